@@ -1,0 +1,1 @@
+"""The durable store: stored responses, conversations and the usage ledger in SQLite or PostgreSQL."""

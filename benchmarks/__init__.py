@@ -1,0 +1,1 @@
+"""What Limpet costs, measured on the machine at hand: `python -m benchmarks.NAME [--json]`. Never part of the tests."""

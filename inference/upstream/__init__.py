@@ -1,0 +1,1 @@
+"""Engines behind HTTP: Cerebras, and whatever speaks OpenAI's chat completions."""

@@ -1,0 +1,1 @@
+"""What tests share: engines that misbehave on cue, and a gateway without Ray."""
