@@ -385,7 +385,7 @@ def test_tests_run_in_order_with_their_arguments(monkeypatch):
     assert ran[-1] == ["pytest", "tests/edge"]
 
 
-def test_all_tests_run_in_two_halves_beside_each_other_and_either_may_fail(capfd, monkeypatch):
+def test_all_tests_run_in_two_halves_and_either_may_fail(capfd, monkeypatch):
     monkeypatch.setattr(cli, "LINTS", ())
     commands = {0: ("ruff", "--version"), 2: ("ruff", "--no-such-option")}
     for codes in ((0, 0), (2, 0), (0, 2)):
