@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -186,19 +185,6 @@ async def test_post_work_is_shown() -> None:
     assert value(text, "post_work_jobs", state="kept") == 1
     assert value(text, "post_work_events_total", event="failed") == 1
     assert value(text, "post_work_events_total", event="put") == 1
-
-
-def test_a_turn_costs_microseconds() -> None:
-    """30 us at most; it takes about 5 on an idle core, and this machine is not idle."""
-    shown, record = metrics(), Record()
-    best = 1.0
-    for _ in range(5):
-        began = time.perf_counter()
-        for _ in range(1000):
-            shown.turn_ended(record)
-        best = min(best, (time.perf_counter() - began) / 1000)
-
-    assert best < 30e-6
 
 
 class Network:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -26,6 +25,7 @@ from inference.formats.format import Brief, Opening
 from inference.formats.harmony import harmony_format
 from inference.formats.harmony_parser import MAX_HEADER_IDS
 from inference.tokenizer import harmony_tokenizer, unpack_ids
+from tests.support.cost import cpu_seconds, ever
 from tests.support.harmony import CONTROL, marked, reference
 
 FORM = harmony_format(harmony_tokenizer())
@@ -335,14 +335,11 @@ def test_whatever_was_sampled_the_context_ends_with_a_whole_message(text: str) -
     assert FORM.spoken(after) == (len(after), b"")
 
 
-def test_text_is_cheap() -> None:
-    text = "The quick brown fox jumps over the lazy dog, twelve times. " * 300
-    ids = marked("<|channel|>final<|message|>" + text)
-    best = 99.0
-    for _ in range(5):
+def test_a_long_text_takes_linear_time() -> None:
+    def cost(words: int) -> float:
         parser = FORM.parser(TOOLS, Opening(b""))
-        start = time.process_time()
-        for i in ids:
-            parser.feed([i])
-        best = min(best, (time.process_time() - start) / len(ids) * 1e6)
-    assert best < 5.0  # microseconds
+        ids = marked("<|channel|>final<|message|>" + "twelve times " * words)
+        return cpu_seconds(lambda: [parser.feed([i]) for i in ids])
+
+    # quadratic time would be 64 times as much
+    assert ever(lambda: cost(16_000) < 24 * cost(2_000))

@@ -7,11 +7,9 @@ thousands of times as much. Outputs, by the id: going over a megabyte again for 
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import random
 import string
-import time
 from collections.abc import Callable
 
 import pytest
@@ -31,6 +29,7 @@ from inference.detokenizer import Detokenizer
 from inference.formats.chatml import ChatMLFormat, ChatMLOptions, call_begin, raw_begin
 from inference.formats.format import Brief, Opening
 from inference.tokenizer import HubTokenizer, Tokenizer, scripted_tokenizer, unpack_ids
+from tests.support.cost import cpu_seconds, ever
 from tests.support.vocabulary import CONTROL, MARKUP, reference
 
 MIB = 1 << 20
@@ -77,16 +76,6 @@ def form(request: pytest.FixtureRequest) -> ChatMLFormat:
     return ChatMLFormat(tokenizer, ChatMLOptions(thinking=True, keeps_round=True))
 
 
-def seconds(work: Callable[[], object]) -> float:
-    gc.disable()  # it is the time of all that the process has made so far
-    try:
-        start = time.process_time()
-        work()
-        return time.process_time() - start
-    finally:
-        gc.enable()
-
-
 def items_with(text: str) -> list[list[Item]]:
     return [
         [Message("user", text)],
@@ -99,7 +88,7 @@ def items_with(text: str) -> list[list[Item]]:
 @pytest.fixture(scope="module")
 def ordinary(form: ChatMLFormat) -> float:
     text = words()
-    return seconds(lambda: form.body([Message("user", text)], {}))
+    return cpu_seconds(lambda: form.body([Message("user", text)], {}))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -107,14 +96,14 @@ def test_prompts(form: ChatMLFormat, ordinary: float, shape: str) -> None:
     """Each shape as one kind of item, so that all kinds have their turn."""
     text = SHAPES[shape]()
     kind = list(SHAPES).index(shape) % 4
-    assert seconds(lambda: form.body(items_with(text)[kind], {})) < WHOLE_FACTOR * ordinary
+    assert ever(lambda: cpu_seconds(lambda: form.body(items_with(text)[kind], {})) < WHOLE_FACTOR * ordinary)
 
 
 @pytest.mark.parametrize("shape", ["spaces", "control tokens"])
 def test_tools_and_instructions(form: ChatMLFormat, ordinary: float, shape: str) -> None:
     text = SHAPES[shape]()[: MIB // 2]
     brief = Brief(text, None, ToolSet((Tool("custom", "c", None, text),)))
-    assert seconds(lambda: form.head(brief)) < WHOLE_FACTOR * ordinary
+    assert ever(lambda: cpu_seconds(lambda: form.head(brief)) < WHOLE_FACTOR * ordinary)
 
 
 def test_surrogates_and_control_names_are_ordinary_text(form: ChatMLFormat) -> None:
@@ -138,7 +127,19 @@ def fed(form: ChatMLFormat, ids: list[int], portion: int, start: str = "") -> tu
             out.extend(parser.feed(ids[i : i + portion]))
         out.extend(parser.finish())
 
-    return seconds(work) / len(ids), out
+    return cpu_seconds(work) / len(ids), out
+
+
+def read(form: ChatMLFormat, ids: list[int], portion: int, ordinary: float, start: str = "") -> list[object]:
+    """Deltas of an output, whose ids may each cost some times what those of an ordinary one do, seconds."""
+    out: list[object] = []
+
+    def within() -> bool:
+        cost, out[:] = fed(form, ids, portion, start)
+        return cost < ID_FACTOR * ordinary
+
+    assert ever(within), (start, ids[:10], portion)
+    return out
 
 
 def ids_of(form: ChatMLFormat, text: str) -> list[int]:
@@ -167,8 +168,7 @@ def test_outputs(form: ChatMLFormat, plain: float, start: str) -> None:
         if shape != "lone surrogates":  # no output has them
             ids = ids_of(form, SHAPES[shape]()[: MIB // 64])
             for portion in (1, 64):
-                costs = (fed(form, ids, portion, STARTS[start])[0] for _ in range(3))
-                assert any(cost < ID_FACTOR * plain for cost in costs), (shape, portion)
+                read(form, ids, portion, plain, STARTS[start])
 
 
 CODE = "if a < b:\n\tx = {'k': [1, \"<tool_call>\"]}\n"
@@ -193,8 +193,7 @@ def test_a_call_of_a_megabyte(kind: CallKind) -> None:
     start, text = call_begin("f") + " ", arguments + "}\n</tool_call>"
     if kind == "custom":
         start, text = raw_begin("c"), code + "\n</tool_call>"
-    cost, out = fed(real(), ids_of(real(), text), 3, start)
-    assert cost < ID_FACTOR * thinking()
+    out = read(real(), ids_of(real(), text), 3, thinking(), start)
     assert out[0] == CallStart(kind, "c" if kind == "custom" else "f")
     assert out[-1] == CallEnd()
     written = "".join(delta.text for delta in out if isinstance(delta, CallDelta))
@@ -204,19 +203,16 @@ def test_a_call_of_a_megabyte(kind: CallKind) -> None:
 def test_a_megabyte_that_is_held() -> None:
     """Arguments before the name say nothing of the tool; keys, and white space, may go on for ever."""
     code = json.dumps({"input": filled(CODE)})
-    cost, out = fed(real(), ids_of(real(), f'<tool_call>{{"arguments": {code}, "name": "c"}}</tool_call>'), 3)
-    assert cost < ID_FACTOR * thinking()
+    ids = ids_of(real(), f'<tool_call>{{"arguments": {code}, "name": "c"}}</tool_call>')
+    out = read(real(), ids, 3, thinking())
     assert out == [CallStart("custom", "c"), CallDelta(filled(CODE)), CallEnd()]
     for held in ('<tool_call>{"' + filled("k ", MIB // 16), "<tool_call>{" + filled(" \n", MIB // 16)):
-        cost, out = fed(real(), ids_of(real(), held), 3)
-        assert cost < ID_FACTOR * thinking()
-        assert out == [TextDelta(held)]
+        assert read(real(), ids_of(real(), held), 3, thinking()) == [TextDelta(held)]
 
 
 def test_markup_again_and_again(form: ChatMLFormat, plain: float) -> None:
     for piece in ("<tool_call>", "<think></think>", "</think>", '<tool_call>{"name": "f"}</tool_call>', "<", "\n<"):
-        ids = ids_of(form, filled(piece, MIB // 32))
-        assert any(fed(form, ids, 64)[0] < ID_FACTOR * plain for _ in range(3)), piece
+        read(form, ids_of(form, filled(piece, MIB // 32)), 64, plain)
 
 
 @pytest.mark.parametrize("shape", ["a", "letters", "control tokens", "two-byte letters"])
@@ -224,15 +220,14 @@ def test_ids_to_text(form: ChatMLFormat, shape: str) -> None:
     def cost(text: str) -> float:
         ids = ids_of(form, text)
         detokenizer = Detokenizer(form.tokenizer)
-        return seconds(lambda: [detokenizer.step(i) for i in ids]) / len(ids)
+        return cpu_seconds(lambda: [detokenizer.step(i) for i in ids]) / len(ids)
 
-    ordinary = min(cost(filled(PROSE, MIB // 4)) for _ in range(2))
-    assert cost(SHAPES[shape]()[: MIB // 4]) < 2 * ID_FACTOR * ordinary  # bytes of cut-up letters take a longer way
+    ordinary, other = filled(PROSE, MIB // 4), SHAPES[shape]()[: MIB // 4]
+    assert ever(lambda: cost(other) < 2 * ID_FACTOR * cost(ordinary))  # bytes of cut-up letters take a longer way
 
 
 def test_thoughts_with_half_markup() -> None:
     text = filled("<thin ", MIB // 4)
-    cost, out = fed(real(), ids_of(real(), f"<think>\n{text}</think>x"), 3)
-    assert cost < ID_FACTOR * thinking()
+    out = read(real(), ids_of(real(), f"<think>\n{text}</think>x"), 3, thinking())
     assert "".join(delta.text for delta in out if isinstance(delta, ReasoningDelta)) == text
     assert out[-1] == TextDelta("x")
