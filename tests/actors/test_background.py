@@ -37,7 +37,7 @@ async def submit(actor: SessionActor, text: str = "hi", tenant: str = TENANT, **
 
 
 async def streamed(actor: SessionActor, response_id: str, after: int = -1) -> list[dict[str, Any]]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         return [
             json.loads(event.data)
             async for events in actor.archive.follow(TENANT, response_id, after)

@@ -106,7 +106,7 @@ async def test_what_is_not_durable_yet_is_answered_by_its_owner(
         assert not kept.post.durable(first["id"])
         second = await run_turn(two, asked("two", previous_response_id=first["id"]))
         gate.set()
-        await asyncio.wait_for(kept.post.drain(10), 10)
+        await asyncio.wait_for(kept.post.drain(10), 30)
         assert kept.post.durable(first["id"])
     async with durable(tmp_path, engine, "cccccccc") as (three, _):
         assert json.loads(await three.archive.retrieve(TENANT, second["id"])) == second

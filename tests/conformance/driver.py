@@ -274,7 +274,7 @@ class Gated:
         return getattr(self.inner, name)
 
 
-async def eventually(condition: Any, seconds: float = 2.0) -> None:
+async def eventually(condition: Any, seconds: float = 30.0) -> None:
     """Fails if the condition doesn't hold within so long."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - any condition

@@ -47,7 +47,7 @@ class RawSocket:
     async def until(self, kind: str) -> None:
         """Read events up to this type."""
         while True:
-            code, body = await asyncio.wait_for(self.frame(), 10)
+            code, body = await asyncio.wait_for(self.frame(), 30)
             assert code in (TEXT, PING), (code, body)
             if code == TEXT and json.loads(body)["type"] == kind:
                 return

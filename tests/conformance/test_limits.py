@@ -101,7 +101,7 @@ async def test_e5_invalid_utf8_closes_with_1007() -> None:
     """1.6."""
     async with serving(says("ok")) as running, raw(running) as one:
         one.writer.write(masked(TEXT, b'{"type":"\xff"}'))
-        kind, body = await asyncio.wait_for(one.frame(), 5)
+        kind, body = await asyncio.wait_for(one.frame(), 30)
         assert (kind, int.from_bytes(body[:2])) == (CLOSE, 1007)
         await eventually(lambda: not running.gateway.sockets)
 
@@ -111,7 +111,7 @@ async def test_e5_a_fragmented_message_is_one_message() -> None:
     async with serving(says("ok")) as running, raw(running) as one:
         text = create("hi")
         one.writer.write(masked(0x01, text[:10]) + masked(PING, b"x") + masked(0x00, text[10:20]))
-        assert (await asyncio.wait_for(one.frame(), 5)) == (PONG, b"x")
+        assert (await asyncio.wait_for(one.frame(), 30)) == (PONG, b"x")
         one.writer.write(masked(0x80, text[20:]))
         await one.until("response.completed")
 

@@ -14,7 +14,7 @@ from tests.support.gateway import gateway, turn
 
 
 async def seen(engine: PlannedEngine, count: int) -> list[int]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while len(engine.seen) < count:  # noqa: ASYNC110 - the engine offers nothing to wait for
             await asyncio.sleep(0.005)
     return [generation.priority for generation in engine.seen]

@@ -120,7 +120,7 @@ async def test_cancel_is_idempotent() -> None:
         first = await client.responses.cancel(made.id)
         second = await client.responses.cancel(made.id)
         found = await client.responses.retrieve(made.id)
-        events = await asyncio.wait_for(stream, 5)
+        events = await asyncio.wait_for(stream, 30)
 
     assert first.status == "cancelled"
     assert first == second == found
@@ -251,7 +251,7 @@ class TestDrain:
             await asyncio.sleep(0.1)
             await running.gateway.drain(1012, "stop")
             done = await client.responses.retrieve(made.id)
-            events = await asyncio.wait_for(stream, 5)
+            events = await asyncio.wait_for(stream, 30)
 
         assert done.status == "failed"
         assert events[-1].type == "response.failed"

@@ -85,7 +85,7 @@ async def test_a_silent_model_is_stopped_before_its_first_word() -> None:
         await create(ws, input="go on")
         events = await until(ws, "in_progress")
         await interrupt(ws, events[0]["response"]["id"])
-        events += await asyncio.wait_for(until_terminal(ws), 2)
+        events += await asyncio.wait_for(until_terminal(ws), 30)
 
         assert types(events) == ["created", "interrupt.accepted", "incomplete"]
         assert check_response(events)["output"] == []

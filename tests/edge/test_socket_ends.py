@@ -67,7 +67,7 @@ async def test_a_client_that_reads_nothing_does_not_hold_up_a_drain() -> None:
     async with gateway(talker(), QUICK | {"limits": {**QUICK["limits"], "send_timeout_s": 600}}) as running:
         client = await stopped_reader(running)
         await eventually(lambda: bool(running.gateway.sockets))
-        await asyncio.wait_for(running.gateway.drain(1001, "over"), 15)
+        await asyncio.wait_for(running.gateway.drain(1001, "over"), 30)
         await eventually(lambda: not running.gateway.sockets)
         client.close()
 

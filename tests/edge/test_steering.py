@@ -486,7 +486,7 @@ async def test_the_official_sdk_steers_and_returns_tool_outputs() -> None:
         seen: list[str] = []
         gates = [first, second]
         current = ""
-        async with client, client.responses.connect() as connection, asyncio.timeout(20):
+        async with client, client.responses.connect() as connection, asyncio.timeout(30):
             await connection.response.create(model="m", input="go on", store=False, tools=[FUNCTION])  # type: ignore[list-item]
             async for event in connection:
                 seen.append(event.type)

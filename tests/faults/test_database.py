@@ -87,8 +87,8 @@ async def paced(cluster: FaultyCluster, told: Told, seconds: float, clients: int
 
 
 def no_slower(during: list[float], before: list[float]) -> bool:
-    """The middle turn, as others load the machine too."""
-    return statistics.median(during) < 1.5 * statistics.median(before) + 0.03
+    """The middle turn waits for no write, which would take `SLOW_S` and more; others load the machine too."""
+    return statistics.median(during) < 2 * statistics.median(before) + SLOW_S / 4
 
 
 async def test_turns_go_on_without_the_database(postgres: FaultyCluster, server: PostgresServer, heard: Told) -> None:

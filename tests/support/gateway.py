@@ -106,7 +106,7 @@ async def create(ws: ClientConnection, **body: Any) -> None:
 
 async def receive(ws: ClientConnection) -> dict[str, Any]:
     """The next event, within a bound."""
-    message = await asyncio.wait_for(ws.recv(), 10)
+    message = await asyncio.wait_for(ws.recv(), 30)
     assert isinstance(message, str)
     event: dict[str, Any] = json.loads(message)
     return event

@@ -196,7 +196,7 @@ async def test_where_sampling_ends(
     upstream: Upstream, engine: CerebrasEngine, steps: list[Any], expected: list[int], finish: str
 ) -> None:
     upstream.answer(*steps)
-    chunks = await asyncio.wait_for(collect(engine, generation()), 5)
+    chunks = await asyncio.wait_for(collect(engine, generation()), 30)
     assert ids(chunks) == expected
     assert chunks[-1].finish == finish
 
@@ -292,7 +292,7 @@ async def test_load_counts_what_runs(upstream: Upstream, engine: CerebrasEngine)
     assert (await engine.load()).running == 1
     await chunks.aclose()
     assert (await engine.load()).running == 0
-    await asyncio.wait_for(upstream.aborted.wait(), 1)
+    await asyncio.wait_for(upstream.aborted.wait(), 30)
 
 
 async def test_ids_that_come_together_are_one_chunk(upstream: Upstream, engine: CerebrasEngine) -> None:

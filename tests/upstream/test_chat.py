@@ -161,10 +161,10 @@ async def test_a_second_call_ends_an_answer_of_one(generic: Upstream) -> None:
         chat(call(0, "{}", name="shell", call_id="a")), chat(call(1, "{}", name="shell", call_id="b")), Stall()
     )
     brief = Brief(tools=ToolSet((SHELL,), parallel=False))
-    chunks = await asyncio.wait_for(collect(make(generic, GENERIC), generation(GENERIC, QUESTION, brief=brief)), 5)
+    chunks = await asyncio.wait_for(collect(make(generic, GENERIC), generation(GENERIC, QUESTION, brief=brief)), 30)
     assert deltas(chunks) == [CallStart("function", "shell"), CallDelta("{}"), CallEnd()]
     assert chunks[-1].finish == "stop"
-    await asyncio.wait_for(generic.aborted.wait(), 1)
+    await asyncio.wait_for(generic.aborted.wait(), 30)
 
 
 async def test_log_probabilities(generic: Upstream) -> None:

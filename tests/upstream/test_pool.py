@@ -36,7 +36,7 @@ async def test_connections_are_kept_warm_while_nothing_is_asked(upstream: Upstre
     pool = UpstreamPool(upstream.base_url, KEY, warmth=Warmth("tcp_warming", connections=2, every_s=0.05))
     await pool.start()
     await pool.start()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while upstream.warmed < 8:
             upstream.touched.clear()
             await upstream.touched.wait()

@@ -358,7 +358,7 @@ async def test_the_terminal_event_is_the_end_and_its_connection_is_used_again(up
     assert len(upstream.connections) == 1
     upstream.answer(*streamed([message("x")]), Stall())  # nor is its silence a fault
     async with aclosing(engine.generate(generation(QUESTION))) as chunks:
-        found = await asyncio.wait_for(anext(aiter_last(chunks)), 5)
+        found = await asyncio.wait_for(anext(aiter_last(chunks)), 30)
     assert found.finish == "stop"
     await engine.close()
 
@@ -435,10 +435,10 @@ async def test_a_second_call_ends_an_answer_of_one(upstream: Upstream) -> None:
     events = streamed([call("shell", "{}", "a"), call("shell", "{}", "b")])
     upstream.answer(*events[:-2], Stall())
     brief = Brief(tools=ToolSet((SHELL,), parallel=False))
-    chunks = await asyncio.wait_for(collect(make(upstream), generation(QUESTION, brief=brief)), 5)
+    chunks = await asyncio.wait_for(collect(make(upstream), generation(QUESTION, brief=brief)), 30)
     assert told(chunks) == [CallStart("function", "shell"), CallDelta("{}"), CallEnd()]
     assert upstream.requests[0].fields["parallel_tool_calls"] is False
-    await asyncio.wait_for(upstream.aborted.wait(), 1)
+    await asyncio.wait_for(upstream.aborted.wait(), 30)
 
 
 async def test_raw_thoughts(upstream: Upstream) -> None:

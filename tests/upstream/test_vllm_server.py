@@ -105,7 +105,7 @@ async def test_a_conversation_formats_and_an_abort(server: str, engine: str) -> 
             await create(ws, model="afar", input="Go on and on.", max_output_tokens=3000)
             while (await receive(ws))["type"] != "response.output_text.delta":
                 pass
-        async with httpx.AsyncClient(base_url=server) as client, asyncio.timeout(20):
+        async with httpx.AsyncClient(base_url=server) as client, asyncio.timeout(30):
             idle = 'num_requests_running{engine="0",model_name="tiny"} 0.0'
             while idle not in (await client.get("/metrics")).text:  # noqa: ASYNC110 - it offers nothing to wait for
                 await asyncio.sleep(0.1)
