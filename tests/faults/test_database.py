@@ -23,7 +23,7 @@ SLOW_S = 1.0
 REMEMBERED = 16
 WAITING = 1000
 ROOM_S = 2.0
-PROMPT_S = 2.0
+PROMPT_S = 4.0
 """A refusal that waits for nothing comes within this time; in milliseconds on a quiet machine."""
 
 

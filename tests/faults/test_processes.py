@@ -18,11 +18,12 @@ from tests.support.gateway import TERMINALS
 from tests.support.talk import Line, Told, audit, error_of, owner, rows_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
-NOTICED_S = 5.0
+NOTICED_S = 10.0
 """How soon a client must know; it is far less on a quiet machine."""
+SPREAD_S = 60.0
 EDGE_BACK_S = 90.0
 """Serve starts a proxy again that has not answered three checks, 10 s apart."""
-LONG = "la " * 300
+LONG = "la " * 800
 DELTA = "response.output_text.delta"
 
 
@@ -36,19 +37,27 @@ async def lines(cluster: FaultyCluster, told: Told, count: int) -> AsyncIterator
 
 
 async def by_owner(cluster: FaultyCluster, told: Told, each: int) -> list[list[tuple[Line, str]]]:
-    """Sockets of both actors, `each` of both, and a first response of each socket."""
+    """Sockets of both actors, `each` of both, and a first response of each socket. HAProxy hears of a new actor some
+    time after it runs."""
     groups: defaultdict[str, list[tuple[Line, str]]] = defaultdict(list)
-    while len(groups) < 2 or min(map(len, groups.values())) < each:
-        line = await Line.dial(cluster.ws, told)
-        first = (await line.turn("One."))["response"]["id"]
-        groups[owner(first)].append((line, first))
-        assert sum(map(len, groups.values())) < 40, "all sockets go to one actor"
+    async with asyncio.timeout(SPREAD_S):
+        while len(groups) < 2 or min(map(len, groups.values())) < each:
+            line = await Line.dial(cluster.ws, told)
+            first = (await line.turn("One."))["response"]["id"]
+            group = groups[owner(first)]
+            if len(group) < each:
+                group.append((line, first))
+            else:
+                await line.close()
+                await asyncio.sleep(0.1)
     return list(groups.values())
 
 
-async def killed(cluster: FaultyCluster, part: str, which: int = 0) -> None:
-    victim = (await asyncio.to_thread(cluster.find, part))[which]
-    await asyncio.to_thread(cluster.kill, victim)
+async def killed(cluster: FaultyCluster, part: str) -> None:
+    """The oldest of them; of HAProxy all, as one that was replaced lives as long as its sockets."""
+    found = await asyncio.to_thread(cluster.find, part)
+    for victim in found if part == "haproxy" else found[:1]:
+        await asyncio.to_thread(cluster.kill, victim)
 
 
 async def settled(cluster: FaultyCluster) -> None:
@@ -184,7 +193,7 @@ async def test_a_turn_whose_engine_is_killed_before_its_first_token_is_answered_
             numbers = [event["sequence_number"] for event in events]
             assert numbers == list(range(2, 2 + len(numbers)))
             assert "".join(event["delta"] for event in events if event["type"] == DELTA) == "Hello there."
-        assert time.monotonic() - began < 2 * NOTICED_S
+        assert time.monotonic() - began < NOTICED_S
     await settled(cluster)
     await agreed(cluster, told)
 
@@ -264,6 +273,7 @@ async def test_a_full_disk_stops_no_turn_and_costs_no_response(cluster: FaultyCl
     pairs = [pair for both in zip(*groups, strict=False) for pair in both][:4]
     found, previous = [line for line, _ in pairs], [first for _, first in pairs]
     quiet = [await timed(found, previous, number % 4) for number in range(40)]
+    await agreed(cluster, told)  # by now all of that is written
     with cluster.full_disk():
         before = await counted(cluster)
         full = [await timed(found, previous, number % 4) for number in range(80)]
