@@ -38,19 +38,18 @@ async def lines(cluster: FaultyCluster, told: Told, count: int) -> AsyncIterator
 
 async def by_owner(cluster: FaultyCluster, told: Told, each: int) -> list[list[tuple[Line, str]]]:
     """Sockets of both actors, `each` of both, and a first response of each socket. HAProxy hears of a new actor some
-    time after it runs."""
+    time after it runs, and gives it sockets as long as it has fewer than the other one."""
     groups: defaultdict[str, list[tuple[Line, str]]] = defaultdict(list)
     async with asyncio.timeout(SPREAD_S):
         while len(groups) < 2 or min(map(len, groups.values())) < each:
             line = await Line.dial(cluster.ws, told)
             first = (await line.turn("One."))["response"]["id"]
-            group = groups[owner(first)]
-            if len(group) < each:
-                group.append((line, first))
-            else:
-                await line.close()
-                await asyncio.sleep(0.1)
-    return list(groups.values())
+            groups[owner(first)].append((line, first))
+            await asyncio.sleep(0.05)
+    for group in groups.values():
+        for line, _ in group[each:]:
+            await line.close()
+    return [group[:each] for group in groups.values()]
 
 
 async def killed(cluster: FaultyCluster, part: str) -> None:
