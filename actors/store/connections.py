@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, text
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from actors.store import migrations
 from actors.store.errors import StoreError, store_error
@@ -23,6 +23,8 @@ from actors.store.errors import StoreError, store_error
 Result = TypeVar("Result")
 
 SQLITE_READERS = 2
+MIGRATE_S = 600.0
+"""A migration may have to go over every row, which no deadline of a turn allows for."""
 _MIGRATION_LOCK = 0x6C696D706574  # any number that nobody else takes
 _JOURNAL_BYTES = 64 << 20
 _CHECKPOINT_MS = 1000
@@ -34,7 +36,7 @@ class Connections(Protocol):
     """How the store reaches its database. All raise `StoreError`."""
 
     async def migrate(self) -> None:
-        """Bring the schema up to date. Others that do so at the same time wait for one another."""
+        """Bring the schema up to date, within `MIGRATE_S`. Others that do so at the same time wait for one another."""
         ...
 
     async def read(self, work: Callable[[Connection], Result]) -> Result:
@@ -69,7 +71,7 @@ class SqliteConnections:
         """Readers need no write lock to see that there is nothing to do. A new file is for its owner's eyes only."""
         await self._bounded(asyncio.get_running_loop().run_in_executor(self._write_thread, self._create))
         if await self.read(migrations.current_revision) != migrations.newest_revision():
-            await self.write(migrations.upgrade)
+            await self._run(self._write_thread, self._writer, migrations.upgrade, MIGRATE_S)
 
     async def read(self, work: Callable[[Connection], Result]) -> Result:
         return await self._run(self._read_threads, self._reader, work)
@@ -102,12 +104,19 @@ class SqliteConnections:
         self._reader.dispose()
         self._writer.dispose()
 
-    async def _run(self, threads: ThreadPoolExecutor, engine: Engine, work: Callable[[Connection], Result]) -> Result:
-        return await self._bounded(asyncio.get_running_loop().run_in_executor(threads, _transact, engine, work))
+    async def _run(
+        self,
+        threads: ThreadPoolExecutor,
+        engine: Engine,
+        work: Callable[[Connection], Result],
+        deadline_s: float | None = None,
+    ) -> Result:
+        running = asyncio.get_running_loop().run_in_executor(threads, _transact, engine, work)
+        return await self._bounded(running, deadline_s)
 
-    async def _bounded(self, running: asyncio.Future[Result]) -> Result:
+    async def _bounded(self, running: asyncio.Future[Result], deadline_s: float | None = None) -> Result:
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(deadline_s or self._deadline_s):
                 return await running
         except _FAULTS as error:
             raise store_error(error) from None
@@ -142,44 +151,35 @@ class PostgresConnections:
     """A pool of at most `size` connections, made when they are needed."""
 
     def __init__(self, url: URL, *, durable: bool, deadline_s: float, size: int) -> None:
+        self._url = url
+        self._durable = durable
         self._deadline_s = deadline_s
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        server_ms = str(int(deadline_s * 1000))
-        self._engine = create_async_engine(
-            _for_asyncpg(url),
-            pool_size=size,
-            max_overflow=0,
-            pool_timeout=deadline_s,
-            hide_parameters=True,
-            connect_args={
-                "timeout": deadline_s,
-                "command_timeout": deadline_s,
-                "server_settings": {
-                    "application_name": "limpet",
-                    # The server gives up too, when we are gone.
-                    "statement_timeout": server_ms,
-                    "lock_timeout": server_ms,
-                    "idle_in_transaction_session_timeout": server_ms,
-                    "synchronous_commit": "on" if durable else "off",
-                },
-            },
-        )
+        self._engine = self._make_engine(deadline_s, size)
 
     async def migrate(self) -> None:
         """The lock is asked for only when there is something to do."""
-        if await self.read(migrations.current_revision) != migrations.newest_revision():
-            await self.write(_migrate_locked)
+        if await self.read(migrations.current_revision) == migrations.newest_revision():
+            return
+        patient = self._make_engine(MIGRATE_S, 1)  # the server's and the driver's deadlines come with a connection
+        try:
+            await self._run(patient, _migrate_locked, MIGRATE_S)
+        finally:
+            await patient.dispose()
 
     async def read(self, work: Callable[[Connection], Result]) -> Result:
         return await self.write(work)
 
     async def write(self, work: Callable[[Connection], Result]) -> Result:
+        return await self._run(self._engine, work, self._deadline_s)
+
+    async def _run(self, engine: AsyncEngine, work: Callable[[Connection], Result], deadline_s: float) -> Result:
         self._running += 1
         self._idle.clear()
         try:
-            async with asyncio.timeout(self._deadline_s), self._engine.begin() as connection:
+            async with asyncio.timeout(deadline_s), engine.begin() as connection:
                 return await connection.run_sync(work)
         except _FAULTS as error:
             raise store_error(error) from None
@@ -187,6 +187,28 @@ class PostgresConnections:
             self._running -= 1
             if not self._running:
                 self._idle.set()
+
+    def _make_engine(self, deadline_s: float, size: int) -> AsyncEngine:
+        server_ms = str(int(deadline_s * 1000))
+        return create_async_engine(
+            _for_asyncpg(self._url),
+            pool_size=size,
+            max_overflow=0,
+            pool_timeout=self._deadline_s,
+            hide_parameters=True,
+            connect_args={
+                "timeout": self._deadline_s,
+                "command_timeout": deadline_s,
+                "server_settings": {
+                    "application_name": "limpet",
+                    # The server gives up too, when we are gone.
+                    "statement_timeout": server_ms,
+                    "lock_timeout": server_ms,
+                    "idle_in_transaction_session_timeout": server_ms,
+                    "synchronous_commit": "on" if self._durable else "off",
+                },
+            },
+        )
 
     async def close(self) -> None:
         with contextlib.suppress(TimeoutError, SQLAlchemyError, OSError):

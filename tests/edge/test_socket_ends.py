@@ -29,7 +29,7 @@ def talker() -> ScriptedEngine:
     return ScriptedEngine(TOKENIZER, Script((Say("word " * 300_000),)), tokens_per_second=0)
 
 
-async def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+async def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = asyncio.get_running_loop().time() + seconds
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, "it never came to that"

@@ -22,6 +22,7 @@ from inference.engine import Chunk, EngineError, Generation, Guide, Load, Parsin
 from inference.link import LinkEngine, serve_link
 from inference.tokenizer import HubTokenizer, load_tokenizer, pack_ids
 from inference.vllm import VllmConfig, VllmEngine
+from tests.support.cost import TRIES
 
 pytestmark = [
     pytest.mark.vllm,
@@ -272,16 +273,20 @@ async def test_a_guide_that_checks_is_one_that_works(engine: VllmEngine, kind: s
 
 
 async def test_tokens_flow_while_a_large_guide_is_compiled(engine: VllmEngine) -> None:
-    branches = [{"type": "object", "properties": {f"p{n}_{m}": SCHEMA for m in range(8)}} for n in range(60)]
-    guide = Guide("json", json.dumps({"anyOf": branches}))
-    checking = asyncio.create_task(engine.check(guide))
-    longest, last = 0.0, time.monotonic()
-    started = last
-    while not checking.done():
-        await asyncio.sleep(0.005)
-        longest, last = max(longest, time.monotonic() - last), time.monotonic()
-    await checking
-    assert longest < max(1.0, (last - started) / 2)
+    for attempt in range(TRIES):
+        names = [[f"p{n}_{m}_{attempt}" for m in range(8)] for n in range(60)]
+        branches = [{"type": "object", "properties": dict.fromkeys(some, SCHEMA)} for some in names]
+        guide = Guide("json", json.dumps({"anyOf": branches}))
+        checking = asyncio.create_task(engine.check(guide))
+        longest, last = 0.0, time.monotonic()
+        started = last
+        while not checking.done():
+            await asyncio.sleep(0.005)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        await checking
+        if longest < max(1.0, (last - started) / 2):
+            return
+    raise AssertionError(f"a gap of {longest:.2f} s in each of {TRIES} tries")
 
 
 async def test_output_that_the_engine_takes_apart(engine: VllmEngine, tokenizer: HubTokenizer) -> None:

@@ -21,6 +21,7 @@ from actors.session import Session
 from inference.scripted import Fault, Stall
 from tests.conformance.driver import Gated, Result, call, connected, eventually, function, says, script, serving
 from tests.conformance.raw import CLOSE, TEXT, create, masked, raw
+from tests.support.cost import TRIES
 from tests.support.gateway import Running
 
 
@@ -41,11 +42,11 @@ async def test_o10_shutdown_is_bounded_by_the_grace_for_a_client_that_never_answ
 
 async def test_o13_a_large_request_that_comes_slowly_counts_as_life() -> None:
     """router-for-me/CLIProxyAPI#5734. A client cannot send a pong in the middle of a frame, so what it sends counts."""
-    settings = {"limits": {"ping_interval_s": 0.2, "ping_timeout_s": 0.4}}
+    settings = {"limits": {"ping_interval_s": 0.5, "ping_timeout_s": 2.0}}
     async with serving(says("ok"), settings) as running, raw(running) as slow:
         frame = masked(TEXT, create("x" * 100_000))
-        for start in range(0, len(frame), 5000):
-            slow.writer.write(frame[start : start + 5000])
+        for start in range(0, len(frame), 2500):
+            slow.writer.write(frame[start : start + 2500])
             await slow.writer.drain()
             await asyncio.sleep(0.1)
         await slow.until("response.completed")
@@ -113,17 +114,21 @@ async def test_o71_a_megabyte_without_words_holds_up_no_stream() -> None:
     text = "".join(random.Random(71).choices("abcdefghijklmnopqrstuvwxyz", k=1 << 20))
     engine = says("ok")
     async with serving(engine) as running, connected(running) as streaming, connected(running) as other:
-        engine.enqueue(script(*[piece for n in range(2000) for piece in (f"w{n} ", Stall(0.01))]))
+        engine.enqueue(script(*[piece for n in range(9000) for piece in (f"w{n} ", Stall(0.01))]))
         await streaming.create(input="hi")
         await streaming.until("response.output_text.delta")
-        sent = asyncio.create_task(other.turn(input=text))
-        longest, began = 0.0, time.monotonic()
-        before = began
-        while not sent.done():
-            await streaming.receive()
-            longest, before = max(longest, time.monotonic() - before), time.monotonic()
-        assert sent.result().completed
-        assert longest < (time.monotonic() - began) / 2
+        for _ in range(TRIES):
+            sent = asyncio.create_task(other.turn(input=text))
+            longest, began = 0.0, time.monotonic()
+            before = began
+            while not sent.done():
+                await streaming.receive()
+                longest, before = max(longest, time.monotonic() - before), time.monotonic()
+            assert sent.result().completed
+            if longest < (before - began) / 2:
+                break
+        else:
+            raise AssertionError(f"a gap of {longest:.2f} s in each of {TRIES} tries")
 
 
 async def test_o73_an_idle_socket_has_a_budget_though_its_client_offers_to_compress() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,24 @@ async def test_a_failed_upgrade_leaves_nothing(url: str) -> None:
         assert await connections.read(tables) == set()
     finally:
         await connections.close()
+
+
+async def test_an_upgrade_may_take_longer_than_a_turn_waits_for_the_database(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upgrade = migrations.upgrade
+
+    def slowly(connection: sa.Connection) -> None:
+        if connection.dialect.name == "postgresql":
+            connection.execute(sa.text("SELECT pg_sleep(2.5)"))
+        else:
+            time.sleep(2.5)
+        upgrade(connection)
+
+    monkeypatch.setattr(migrations, "upgrade", slowly)
+    database = await Database.open(StoreConfig(url, deadline_s=1.5))
+    assert await database._connections.read(differences) == []
+    await database.close()
 
 
 async def test_a_database_of_a_newer_limpet_is_refused_in_words(database: Database, url: str) -> None:
