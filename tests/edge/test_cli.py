@@ -397,6 +397,33 @@ def test_all_tests_run_in_two_halves_and_either_may_fail(capfd, monkeypatch):
         assert said.count("passed in") == codes.count(0)
 
 
+TWICE = """
+import pathlib
+def test_steady(): pass
+def test_unsteady():
+    seen = pathlib.Path(__file__).with_name("seen")
+    before = seen.exists()
+    seen.touch()
+    assert before
+"""
+
+
+@pytest.mark.parametrize(("also", "status"), [("", 0), ("def test_broken(): assert False", 1)])
+def test_what_fails_is_tried_once_more_and_told_of(capfd, monkeypatch, tmp_path, also, status):
+    (tmp_path / "test_it.py").write_text(TWICE + also)
+    command = ("pytest", "-q", "--rootdir", str(tmp_path), "-c", "/dev/null", str(tmp_path))
+    monkeypatch.setattr(cli, "LINTS", ())
+    monkeypatch.setattr(cli, "TESTS", [("a", command), ("b", ("this",))])
+    assert cli.main(["test"]) == status
+    said = capfd.readouterr().out
+    assert "test_it.py::test_unsteady" in said
+    summary = said[said.rindex("== summary") :].splitlines()[1:]
+    assert summary[0].startswith("   a: FAILED (1) in ")
+    assert summary[1].startswith(f"   a, what failed once more: {'FAILED (1)' if status else 'passed'} in ")
+    assert summary[1].endswith("UNSTEADY, see above which") == (status == 0)
+    assert summary[2].startswith("   b: passed")
+
+
 def test_the_two_halves_are_all_tests():
     assert [command[2] for _, command in cli.TESTS] == ["not ray and not vllm", "ray or vllm"]
 
