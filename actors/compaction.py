@@ -139,7 +139,7 @@ class Compacting:
     def usage(self) -> Usage:
         """Tokens of this generation, as the engine counts them if it does."""
         if (told := self._counted) is not None:
-            return Usage(told.input_tokens, told.output_tokens, told.cached_tokens or 0, told.reasoning_tokens or 0)
+            return told.usage(self._reasoning)
         return Usage(self._plan.generation.prompt_tokens, self._sampled, self._cached, self._reasoning)
 
     @property

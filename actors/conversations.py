@@ -207,15 +207,16 @@ class Lease:
 
     async def _told(self, operation: str, *args: Any) -> bool:
         """The owner's answer, False if the conversation is gone. Asked again while its owner can't be."""
-        for pause in (*UNSURE_PAUSES_S, None):
+        pauses = iter(UNSURE_PAUSES_S)
+        while True:
             try:
                 return bool(await self._conversations.call(operation, *self._at, *args))
             except ApiError as error:
+                pause = next(pauses, None)
                 if error.code != UNAVAILABLE or pause is None:
                     log.info("conversation %s: no %s (%s)", self._at[1], operation, error.code)
                     return False
             await asyncio.sleep(pause)
-        raise AssertionError("the last try ends it")
 
     async def _renew(self) -> None:
         while True:

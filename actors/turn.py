@@ -411,12 +411,7 @@ class Turn:
         said = self._said_tokens(sampled, output)
         usage = Usage(prompt.length, said, self.record.cached_tokens, output.reasoning_tokens)
         if (told := self._counted) is not None:
-            usage = Usage(
-                told.input_tokens,
-                told.output_tokens,
-                told.cached_tokens or 0,
-                usage.reasoning_tokens if told.reasoning_tokens is None else told.reasoning_tokens,
-            )
+            usage = told.usage(output.reasoning_tokens)
             self.record.cached_tokens = usage.cached_tokens
         return self.record.spent(usage + self._spent)
 

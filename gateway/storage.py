@@ -14,7 +14,7 @@ from actors.store.database import Database, StoreConfig
 from actors.store.errors import StoreError
 from gateway.daemon import state_directory
 from gateway.settings import Settings
-from gateway.settings_store import MEMORY
+from gateway.settings_store import MEMORY, StoreSettings
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,12 @@ def default_store(settings: Settings) -> Settings:
     return settings.model_copy(update={"store": settings.store.model_copy(update={"url": url})})
 
 
+def store_config(store: StoreSettings) -> StoreConfig:
+    """How a database that is named is opened. Raises ValueError for keys that can't be used."""
+    assert store.url is not None
+    return StoreConfig(store.url, store.keys(), store.durable, store.deadline_s, store.connections)
+
+
 async def open_store(settings: Settings, owner: str) -> Durability | None:
     """The database of one session actor, `owner` being its tag, not started; None for memory only. Raises `StoreError`
     if it can't be reached for `OPEN_S`, or never could be."""
@@ -49,7 +55,7 @@ async def open_store(settings: Settings, owner: str) -> Durability | None:
     if store.kind in ("memory", "default"):
         return None
     assert store.url is not None
-    config = StoreConfig(store.url, store.keys(), store.durable, store.deadline_s, store.connections)
+    config = store_config(store)
     deadline = asyncio.get_running_loop().time() + OPEN_S
     limits = PostWorkLimits(store.waiting_jobs, store.waiting_bytes, linger_s=LINGER_S)
     keys = store.keys()

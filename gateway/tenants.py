@@ -10,14 +10,14 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from actors.spill_replay import ReplayReport, replay
-from actors.store.database import Database, StoreConfig
+from actors.store.database import Database
 from actors.store.errors import StoreError
 from actors.store.jobs import UsageTotal
 from gateway import daemon
 from gateway.auth import OPEN_TENANT, tenant_of
 from gateway.rollout import StartError
 from gateway.settings import Settings
-from gateway.storage import default_store, spill_directory
+from gateway.storage import default_store, spill_directory, store_config
 
 DAY_S = 86_400
 _COLUMNS = ("tenant", "model", "turns", "input", "cached", "output", "reasoning")
@@ -82,7 +82,7 @@ def _asked(settings: Settings, question: Callable[[Database], Awaitable[_Result]
     store = default_store(settings).store
     if store.url is None or store.kind == "memory":
         raise StartError("nothing is stored: store.url is `memory`")
-    config = StoreConfig(store.url, store.keys(), store.durable, store.deadline_s, store.connections)
+    config = store_config(store)
 
     async def run() -> _Result:
         database = await Database.open(config)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from gateway.protocol.deltas import Delta
+from gateway.protocol.response import Usage
 
 Finish = Literal["stop", "length", "abort"]
 GuideKind = Literal["json", "regex", "grammar", "structural_tag"]
@@ -101,6 +102,11 @@ class Counted:
     output_tokens: int
     cached_tokens: int | None = None
     reasoning_tokens: int | None = None
+
+    def usage(self, reasoning_tokens: int) -> Usage:
+        """As it is told and billed, with so many tokens of reasoning if the engine does not tell."""
+        reasoning = reasoning_tokens if self.reasoning_tokens is None else self.reasoning_tokens
+        return Usage(self.input_tokens, self.output_tokens, self.cached_tokens or 0, reasoning)
 
 
 @dataclass(slots=True)

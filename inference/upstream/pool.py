@@ -181,8 +181,9 @@ class UpstreamPool:
     ) -> AsyncGenerator[list[bytes], None]:
         """Ask for a stream of events. Yields the data of those that came together, without the last `[DONE]`.
 
-        `observe` is told the status and the headers (in lower case) of the answer, whatever it is. Closing the
-        generator closes the connection at once, which aborts the answer. The stream's end is no error, wherever it is.
+        `observe` is told the status and the headers (in lower case) of the answer, whatever it is; `progress` tells
+        which deadline the next data has. Closing the generator closes the connection at once, which aborts the answer.
+        The stream's end is no error, wherever it is.
 
         Raises:
             UpstreamError: refused, unreachable, silent for too long, broken off, or no stream of events.

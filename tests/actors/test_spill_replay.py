@@ -416,7 +416,11 @@ async def test_all_that_a_killed_actor_acknowledged_is_there(directory: Path, ur
         before = {row[0] for row in (await rows(database))[0]}
         assert set(acknowledged) - before  # the kills came in between
         reports = await asyncio.gather(*(replay(directory, database, (KEY,)) for _ in range(2)))
-        assert not any(report.left or report.severed for report in reports)
+        # Each takes some of the files: what continues a response in another's may have to wait for the next try.
+        assert all(report.left == 0 or report.held for report in reports)
+        reports.append(await replay(directory, database, (KEY,)))
+        assert reports[-1].left == 0
+        assert not any(report.severed or report.refused or report.unreadable for report in reports)
         assert not any(left_by(directory, f"a{number}") for number in range(ACTORS))
         found, lines, *_ = await rows(database)
         stored = [str(row[0]) for row in found]
