@@ -110,7 +110,8 @@ def check_response(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ends = [n for n, event in enumerate(events) if event["type"] in TERMINALS]
     behind = {event["type"] for event in events[ends[0] + 1 :]} if ends else set()
     assert len(ends) == 1
-    assert behind <= {"response.steer.accepted", "response.steer.pending", "response.steer.failed"}
+    steers = {f"response.steer.{kind}" for kind in ("accepted", "pending", "failed")}
+    assert behind <= steers | {"response.interrupt.failed"}  # what is asked too late is refused wherever that falls
     opened: list[int] = []
     done: list[dict[str, Any]] = []
     for event in events:
