@@ -126,15 +126,17 @@ async def test_a_tool_loop_with_thoughts(server: str, engine: str) -> None:
         choice = {"type": "function", "name": "pick"}
         events = await turn(ws, input=question, tool_choice=choice, max_output_tokens=200, **options)
         first = events[-1]["response"]
-        call = first["output"][-1]
-        # A random model may fill its budget with blanks inside the JSON.
-        assert (call["type"], call["name"]) == ("function_call", "pick")
-        assert "".join(call["arguments"].split()) in ('{"a":"x"}', '{"a":"y"}') or first["status"] == "incomplete"
+        # A random model may call several times, and fill its budget with blanks inside the JSON.
+        calls = first["output"]
+        assert {(call["type"], call["name"]) for call in calls} == {("function_call", "pick")}
+        for call in calls:
+            assert "".join(call["arguments"].split()) in ('{"a":"x"}', '{"a":"y"}') or call["status"] == "incomplete"
+        assert [call["status"] for call in calls[:-1]] == ["completed"] * (len(calls) - 1)
         assert "response.function_call_arguments.delta" in {event["type"] for event in events}
-        answer = {"type": "function_call_output", "call_id": call["call_id"], "output": "done"}
+        answers = [{"type": "function_call_output", "call_id": call["call_id"], "output": "done"} for call in calls]
         more = {"previous_response_id": first["id"], "max_output_tokens": 16}
-        second = (await turn(ws, input=[answer, {"role": "user", "content": "And?"}], **more, **options))[-1]
-        assert second["type"] in ("response.completed", "response.incomplete")
+        second = (await turn(ws, input=[*answers, {"role": "user", "content": "And?"}], **more, **options))[-1]
+        assert second["type"] in ("response.completed", "response.incomplete"), second.get("error")
         assert second["response"]["usage"]["input_tokens"] > first["usage"]["input_tokens"]
 
 
