@@ -126,12 +126,13 @@ async def test_a_tool_loop_with_thoughts(server: str, engine: str) -> None:
         choice = {"type": "function", "name": "pick"}
         events = await turn(ws, input=question, tool_choice=choice, max_output_tokens=200, **options)
         first = events[-1]["response"]
-        # A random model may call several times, and fill its budget with blanks inside the JSON.
+        # A random model may call several times, and fill its budget with blanks inside the last one's JSON, of which
+        # vLLM then says that it is {} and complete.
         calls = first["output"]
         assert {(call["type"], call["name"]) for call in calls} == {("function_call", "pick")}
-        for call in calls:
-            assert "".join(call["arguments"].split()) in ('{"a":"x"}', '{"a":"y"}') or call["status"] == "incomplete"
-        assert [call["status"] for call in calls[:-1]] == ["completed"] * (len(calls) - 1)
+        for call in calls[:-1] if first["status"] == "incomplete" else calls:
+            assert call["status"] == "completed"
+            assert "".join(call["arguments"].split()) in ('{"a":"x"}', '{"a":"y"}')
         assert "response.function_call_arguments.delta" in {event["type"] for event in events}
         answers = [{"type": "function_call_output", "call_id": call["call_id"], "output": "done"} for call in calls]
         more = {"previous_response_id": first["id"], "max_output_tokens": 16}
